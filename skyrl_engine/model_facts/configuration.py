@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -13,6 +13,9 @@ from skyrl_engine.model_facts.dropout import switch_off_config
 from skyrl_engine.model_facts.json_file import read_object
 from skyrl_engine.model_facts.vision_language import refuse_vision_language, takes_images
 from skyrl_engine.near_words import did_you_mean
+
+_SAME_ARCHITECTURE: Final = {"kimi_k2": "deepseek_v3"}
+"""Values of `model_type` that transformers does not know, and the one of the same architecture, with other sizes, that it knows."""
 
 
 def source_of(model: ModelConfig) -> str:
@@ -62,6 +65,11 @@ def _read_stated_config(model: ModelConfig) -> Any:
     except Exception as error:
         message = str(error)
         place = f"{folder / 'config.json'}" if stated is not None else f"the configuration of {model.path}"
+        if "trust_remote_code" in message and (kind := (stated or {}).get("model_type")) in _SAME_ARCHITECTURE:
+            raise ModelError(
+                f"{place} says model_type {kind}, which code of the model computes, and transformers {transformers.__version__} does not know",
+                remedy=f'Set "model_type": "{_SAME_ARCHITECTURE[kind]}" there, whose architecture and tensors these are, and remove "auto_map"',
+            ) from error
         if "trust_remote_code" in message:
             raise ModelError(
                 f"{model.path} is computed by Python code of its own, which is not run unless you allow it",

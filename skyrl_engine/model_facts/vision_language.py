@@ -5,7 +5,7 @@ from typing import Any, Final
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.model_facts.pipeline_layers import divide_layers
 
-VISION_LANGUAGE: Final = ("qwen3_vl", "qwen3_vl_moe")
+VISION_LANGUAGE: Final = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Values of a configuration's `model_type` that `modeling.vision.ImageDecoder` is right for; tests hold it against transformers."""
 
 
@@ -31,7 +31,7 @@ def refuse_short_first_piece(config: Any, name: str, *, pieces: int) -> None:
     """
     if not takes_images(config):
         return
-    levels, layers = len(config.vision_config.deepstack_visual_indexes), config.text_config.num_hidden_layers
+    levels, layers = count_deepstack_levels(config), config.text_config.num_hidden_layers
     first = divide_layers(layers, pieces)[0]
     if first < levels:
         raise UnsupportedError(
@@ -39,6 +39,11 @@ def refuse_short_first_piece(config: Any, name: str, *, pieces: int) -> None:
             f"the one that sees the images",
             remedy="Make the backend's pipeline sizes smaller",
         )
+
+
+def count_deepstack_levels(config: Any) -> int:
+    """Return how many of the decoder's first layers get image features; 0 for models that insert them in place of tokens alone."""
+    return len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
 
 
 def refuse_vision_language(config: Any, name: str, *, images: bool) -> None:
@@ -68,5 +73,5 @@ def refuse_vision_language(config: Any, name: str, *, images: bool) -> None:
     )
     raise UnsupportedError(
         f"{name} is {what}, which is not supported (supported: {', '.join(VISION_LANGUAGE)})",
-        remedy="Use a Qwen3-VL model, or a text model",
+        remedy="Use a Qwen3-VL or Qwen2.5-VL model, or a text model",
     )

@@ -78,12 +78,18 @@ def make_parts_differ(directory: Path) -> None:
 
 
 def write_vision_model(
-    directory: Path, *, tied: bool = True, levels: Sequence[int] = (0, 2), experts: Mapping[str, Any] | None = None
+    directory: Path,
+    *,
+    tied: bool = True,
+    levels: Sequence[int] = (0, 2),
+    experts: Mapping[str, Any] | None = None,
+    windows: bool = False,
 ) -> None:
     """Write a random Qwen3-VL as a Hugging Face directory: four text layers, of which the first get the features of the vision layers `levels`.
 
     There are three vision layers; with two levels each stage of a pipeline of two can hold what it must. With `experts`, keys of its text
-    configuration, it is a Qwen3-VL-MoE.
+    configuration, it is a Qwen3-VL-MoE. With `windows` it is a Qwen2.5-VL, of whose vision layers the second alone attends beyond windows of
+    two by two tokens.
     """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -109,6 +115,12 @@ def write_vision_model(
     special = ("image", "video", "vision_start", "vision_end")
     tokens = {f"{name}_token_id": IMAGE_TOKEN - place for place, name in enumerate(special)}
     family = "qwen3_vl" if experts is None else "qwen3_vl_moe"
+    if windows:
+        family = "qwen2_5_vl"
+        vision = {
+            name: size for name, size in vision.items() if name not in ("num_position_embeddings", "deepstack_visual_indexes")
+        }
+        vision |= {"window_size": 2 * MERGE * PATCH, "fullatt_block_indexes": [1]}
     config = AutoConfig.for_model(family, text_config=text, vision_config=vision, tie_word_embeddings=tied, **tokens)
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.manual_seed(0)

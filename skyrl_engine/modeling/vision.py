@@ -1,4 +1,4 @@
-"""A Qwen3-VL model as a decoder, whose vision tower takes part in every pass, with or without an image."""
+"""A Qwen3-VL or Qwen2.5-VL model as a decoder, whose vision tower takes part in every pass, with or without an image."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ from skyrl_engine.modeling.images import ImageTokens
 
 
 class ImageDecoder(nn.Module):
-    """`transformers.Qwen3VLModel` called like a text decoder: token ids, three-dimensional positions and images in, hidden states out.
+    """`transformers.Qwen3VLModel`, or Qwen2.5-VL's, called like a text decoder: token ids, three-dimensional positions and images in, hidden
+    states out. Only the former adds features of inner layers to those of the tower (DeepStack).
 
     Ranks wait for each other in the collectives of the vision tower's layers, forward and backward. So the tower also runs if a micro-batch
     has no image, on one image of zeros whose features are not used: its part of the gradient is exactly 0.
@@ -50,14 +51,15 @@ class ImageDecoder(nn.Module):
             image_grid_thw = torch.tensor([[1, merge, merge]], device=input_ids.device)
         seen = self.model.get_image_features(pixel_values, image_grid_thw, return_dict=True)
         # cut off instead of multiplied by 0, which would keep infinities and NaN
+        levels = getattr(seen, "deepstack_features", None) or ()
         if not has_images:
             seen.pooler_output = [feature[:0] for feature in seen.pooler_output]
-            seen.deepstack_features = [[feature[:0] for feature in level] for level in seen.deepstack_features]
+            levels = [[feature[:0] for feature in level] for level in levels]
         elif image_features is not None:
             seen.pooler_output = [torch.cat(tuple(seen.pooler_output)).index_select(0, image_features)]
-            seen.deepstack_features = [
-                [torch.cat(tuple(level)).index_select(0, image_features)] for level in seen.deepstack_features
-            ]
+            levels = [[torch.cat(tuple(level)).index_select(0, image_features)] for level in levels]
+        if levels:
+            seen.deepstack_features = levels
         return self.model(input_ids=input_ids, mm_encoder_outputs={"image": seen}, **others)
 
 

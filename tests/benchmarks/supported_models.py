@@ -95,7 +95,7 @@ def ask(name: str) -> Answers:
     """Write a tiny model of an architecture, and ask planning, loading and the generator about it."""
     with tempfile.TemporaryDirectory() as folder:
         if name in VISION:
-            write_vision_model(Path(folder))
+            write_vision_model(Path(folder), windows=name == "qwen2_5_vl")
         else:
             write_model(Path(folder), name, **FAMILIES[name])
         model = ModelConfig(folder)

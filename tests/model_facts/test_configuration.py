@@ -44,6 +44,11 @@ def write(folder: Path, content: Any) -> ModelConfig:
             "is computed by Python code of its own, which is not run unless you allow it",
             "model.trust_remote_code = true",
         ),
+        (
+            {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}},
+            "says model_type kimi_k2, which code of the model computes, and transformers .* does not know",
+            'Set "model_type": "deepseek_v3" there',
+        ),
     ],
 )  # fmt: skip
 def test_a_configuration_that_cannot_be_used(tmp_path: Path, content: Any, match: str, remedy: str) -> None:

@@ -20,6 +20,7 @@ from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.tiny import IMAGE_TOKEN, VOCABULARY, write_vision_model
 from skyrl_engine.modeling.vision import ImageDecoder, language_part
+from skyrl_engine.proof.plain_model import PlainModel
 from skyrl_engine.testing.backends.batches import build_padded, picture_documents
 
 
@@ -65,6 +66,24 @@ def gradients(model: Any, scorer: Scorer, micro_batch: MicroBatch) -> dict[str, 
     inputs = model_inputs(micro_batch, images=scorer.images)
     scorer(inputs.inputs, inputs.positions, micro_batch.labels)["logprobs"].sum().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_a_tower_with_windows_learns_as_transformers(tmp_path: Path) -> None:
+    """Qwen2.5-VL, with an image of two by three tokens over windows of two by two, and without an image; within float32."""
+    write_vision_model(tmp_path, windows=True)
+    model, scorer = load(tmp_path)
+    for number in (0, 2):
+        document = picture_documents(VOCABULARY, "own")[number]
+        found = gradients(model, scorer, build_padded([document], 1)[0])
+        plain = PlainModel.load(str(tmp_path), images=True)
+        images = {"mm_token_type_ids": (document.ids == IMAGE_TOKEN)[None].long()} if number == 0 else {}
+        if number == 0:
+            images |= {"pixel_values": document.pictures.pixels.double(), "image_grid_thw": document.pictures.grids}
+        plain.scores(document.ids, **images)["logprobs"][document.weights[1:] != 0].sum().backward()
+        due = {name: parameter.grad for name, parameter in plain.parameters.items() if parameter.grad is not None}
+        assert due.keys() == {name for name in found if number == 0 or ".visual." not in name}
+        for name, gradient in due.items():
+            assert torch.linalg.norm(found[name] - gradient) <= 1e-4 * torch.linalg.norm(gradient), name
 
 
 def test_without_an_image_the_tower_runs_and_its_gradient_is_exactly_0(directory: Path) -> None:
@@ -161,7 +180,7 @@ def test_a_backend_that_gives_no_images_refuses_the_model(directory: Path) -> No
     ("kind", "what"),
     [
         ("ernie4_5_vl_moe", "a mixture of experts that takes images, which is not supported"),
-        ("qwen2_5_vl", "a vision-language model of the architecture qwen2_5_vl, which is not supported"),
+        ("qwen2_vl", "a vision-language model of the architecture qwen2_vl, which is not supported"),
     ],
 )
 def test_other_vision_language_models_are_refused(directory: Path, tmp_path: Path, kind: str, what: str) -> None:
@@ -170,4 +189,4 @@ def test_other_vision_language_models_are_refused(directory: Path, tmp_path: Pat
     for images in (True, False):
         with pytest.raises(UnsupportedError, match=what) as caught:
             load_config(ModelConfig(str(tmp_path / kind)), images=images)
-        assert "supported: qwen3_vl" in caught.value.cause
+        assert "supported: qwen2_5_vl, qwen3_vl" in caught.value.cause

@@ -85,5 +85,5 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
 }
 """Model types of transformers and settings that make them small. Windows are shorter than the prefixes that samples share."""
 
-VISION: Final = ("qwen3_vl",)
+VISION: Final = ("qwen2_5_vl", "qwen3_vl")
 """Architectures that take images, of which `skyrl_engine.modeling.tiny.write_vision_model` makes a model."""

@@ -11,7 +11,15 @@ import torch.distributed as dist
 
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment, RowKind
 from skyrl_engine.modeling.tiny import VOCABULARY, write_model
-from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, build_packed, build_padded, documents
+from skyrl_engine.testing.backends.batches import (
+    Arrays,
+    Document,
+    WeightedObjective,
+    build_packed,
+    build_padded,
+    documents,
+    picture_documents,
+)
 from skyrl_engine_deepspeed.backend import DeepSpeedBackend
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients
 from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
@@ -59,10 +67,11 @@ def own(chosen: list[Document]) -> list[Document]:
     return chosen[dist.get_rank() :: dist.get_world_size()]
 
 
-def batch(rows: str = "padded", size: int = 2, unscored: tuple[int, ...] = ()) -> list[MicroBatch]:
+def batch(rows: str = "padded", size: int = 2, unscored: tuple[int, ...] = (), *, pictures: bool = False) -> list[MicroBatch]:
     """This rank's micro-batches of `size` rows."""
     layout: Callable[..., list[MicroBatch]] = {"padded": build_padded, "packed": build_packed}[rows]
-    return layout(own(documents(VOCABULARY, unscored=unscored)), size)
+    chosen = picture_documents(VOCABULARY, "own") if pictures else documents(VOCABULARY, unscored=unscored)
+    return layout(own(chosen), size)
 
 
 def arrays(pairs: Iterator[tuple[str, torch.Tensor]]) -> Arrays:
@@ -70,7 +79,14 @@ def arrays(pairs: Iterator[tuple[str, torch.Tensor]]) -> Arrays:
 
 
 def gradients_of(
-    directory: str, stage: int, *, rows: str = "padded", sizes: tuple[int, ...] = (1, 3), forgotten: bool = False, **model: Any
+    directory: str,
+    stage: int,
+    *,
+    rows: str = "padded",
+    sizes: tuple[int, ...] = (1, 3),
+    forgotten: bool = False,
+    pictures: bool = False,
+    **model: Any,
 ) -> list[tuple[float, Arrays, float]]:
     """Per micro-batch size: this rank's part of the objective, the gradient summed over ranks, and the norm that the step reports.
 
@@ -85,7 +101,7 @@ def gradients_of(
     results = []
     with patch.object(AccumulatedGradients, "backward", mean if forgotten else AccumulatedGradients.backward):
         for size in sizes:
-            output = backend.forward_backward(batch(rows, size), WeightedObjective())
+            output = backend.forward_backward(batch(rows, size, pictures=pictures), WeightedObjective())
             gradients = arrays(backend.gradients())
             results.append((output.metrics["loss"].value, gradients, backend.optim_step().grad_norm))
     backend.close()

@@ -15,8 +15,8 @@ from by_day import now
 from deepspeed_tasks import gradients_of, precision, reached_late, scored
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.modeling.tiny import VOCABULARY, write_model
-from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, find_worst_difference
+from skyrl_engine.modeling.tiny import VOCABULARY, write_model, write_vision_model
+from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, find_worst_difference, picture_documents
 from skyrl_engine.testing.ranks.world import World
 
 
@@ -60,6 +60,18 @@ def test_other_architectures_are_divided_alike(
     pair: World, models: dict[str, str], due: dict[str, DefinedResult], name: str, stage: int
 ) -> None:
     check(pair.run(gradients_of, models[name], stage, sizes=(2,)), due[name], 1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", ["experts", "windows"])
+def test_models_that_see_with_experts_or_windows(pair: World, tmp_path: Path, kind: str, stage: int) -> None:
+    """Qwen3-VL-MoE and Qwen2.5-VL; dense Qwen3-VL is the kit's. Micro-batches with images and without."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24} if kind == "experts" else None
+    write_vision_model(tmp_path, tied=False, experts=experts, windows=kind == "windows")
+    due = definition(str(tmp_path), picture_documents(VOCABULARY, "own"), dtype=torch.float32)
+    ranks = pair.run(gradients_of, str(tmp_path), stage, rows="padded" if stage == 3 else "packed", pictures=True)
+    check(ranks, due, 1e-5)
 
 
 @pytest.mark.nightly

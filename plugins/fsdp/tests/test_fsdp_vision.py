@@ -206,6 +206,18 @@ def test_experts_that_see_learn_as_transformers(pair: World, tmp_path: Path, siz
             assert find_worst_difference(gradients, true.gradients) <= 1e-5
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("sizes", [{}, {"tensor_parallel": 2}, {"context_parallel": 2}], ids=str)
+def test_towers_with_windows_learn_as_transformers(pair: World, tmp_path: Path, sizes: dict[str, int]) -> None:
+    """Qwen2.5-VL; in float64, though the tower turns queries and keys in float32."""
+    write_vision_model(tmp_path, tied=False, windows=True)
+    true = definition(str(tmp_path), picture_documents(VOCABULARY, "own"))
+    ranks = pair.run(gradients_of, str(tmp_path), sizes=(2, 8), pictures=True, dtype="float64", options=FsdpConfig(**sizes))
+    for parts in ranks:
+        for _, gradients, _ in parts:
+            assert find_worst_difference(gradients, true.gradients) <= 1e-7
+
+
 class Keep:
     """Keeps every token's log-probability by sample id."""
 

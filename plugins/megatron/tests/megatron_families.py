@@ -131,6 +131,30 @@ MIXTURES: Final[dict[str, tuple[str, bool, dict[str, Any]]]] = {
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
         },
     ),
+    # one group of many experts, and YaRN whose two bounds are the same
+    "kimi-k2": (
+        "deepseek_v3",
+        False,
+        {
+            **LATENT,
+            "n_routed_experts": 24,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+            "q_lora_rank": 12,
+            "rope_parameters": {
+                **YARN,
+                "rope_theta": 50000.0,
+                "factor": 32.0,
+                "beta_fast": 1.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "deepseek-v3-plain": ("deepseek_v3", True, {**LATENT, "q_lora_rank": None, "rope_interleave": False, "rope_parameters": PLAIN}),
 }
 """Families with experts, with layers without experts among theirs."""

@@ -6,6 +6,7 @@ as 1e-2 and more. Ranks of stages after the first get no pixels. More is promise
 Not covered: CUDA.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -301,9 +302,52 @@ def test_exports_of_experts_that_see_load_in_transformers(pair: World, tmp_path:
     assert all((loaded[name].numpy() == weight).all() for name, weight in weights.items())
 
 
+WINDOWED = {name: PAIRS[name] for name in ("tp2", "pp2", "cp2", "dp2", "tp2-whole-sequences", "pp2-interleaved")}
+
+
+@pytest.mark.parametrize("layout", now(WINDOWED, "tp2", "pp2"))
+def test_towers_with_windows_learn_as_transformers(pair: World, tmp_path: Path, layout: str) -> None:
+    """Qwen2.5-VL, in float64: windows of two by two tokens in images of up to two by three, and axes of positions one after another."""
+    with quiet_progress():
+        write_vision_model(tmp_path, windows=True, tied=layout in ("tp2", "cp2"))
+    true = {kind: definition(str(tmp_path), pictures(kind)) for kind, _, _ in CASES}
+    agree(pair.run(score_pictures, str(tmp_path), WINDOWED[layout], CASES, dtype="float64"), CASES, true.__getitem__)
+
+
+@pytest.mark.proof
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", QUADS)
+def test_towers_with_windows_on_four_ranks(quad: World, tmp_path: Path, layout: str) -> None:
+    with quiet_progress():
+        write_vision_model(tmp_path, windows=True)
+    true = {kind: definition(str(tmp_path), pictures(kind)) for kind, _, _ in CASES}
+    recompute: dict[str, Any] = {"dtype": "float64", "activation_checkpointing": True}
+    agree(quad.run(score_pictures, str(tmp_path), QUADS[layout], CASES, **recompute), CASES, true.__getitem__)
+
+
+@pytest.mark.usefixtures("alone")
+def test_exports_of_towers_with_windows_load_in_transformers(tmp_path: Path) -> None:
+    """After steps; and windows matter: attention over whole images is another model."""
+    with quiet_progress():
+        write_vision_model(tmp_path / "model", windows=True)
+    weights, output = export_weights(str(tmp_path / "model"), ONE, tmp_path / "export")
+    model, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(info[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded = dict(model.named_parameters())
+    assert weights.keys() == loaded.keys()
+    for name, parameter in loaded.items():
+        np.testing.assert_array_equal(weights[name], parameter.detach().numpy(), err_msg=name)
+    require_right([output], definition(str(tmp_path / "export"), pictures("mixed"), dtype=torch.float32))
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    config["vision_config"]["fullatt_block_indexes"] = [0, 1, 2]
+    (tmp_path / "export" / "config.json").write_text(json.dumps(config))
+    whole = definition(str(tmp_path / "export"), pictures("mixed"), dtype=torch.float32)
+    assert np.abs(whole.logprobs[0] - output.fields["logprobs"][0]).max() > 1e-3
+
+
 def test_other_vision_language_models_are_refused() -> None:
-    config = AutoConfig.for_model("qwen2_5_vl")
-    with pytest.raises(UnsupportedError, match=r"is a qwen2_5_vl model; the megatron backend knows .*, qwen3_vl"):
+    config = AutoConfig.for_model("qwen2_vl")
+    with pytest.raises(UnsupportedError, match=r"is a qwen2_vl model; the megatron backend knows .*, qwen2_5_vl, .*qwen3_vl"):
         refuse_model(MegatronConfig(), config, ModelConfig("the model"))
 
 

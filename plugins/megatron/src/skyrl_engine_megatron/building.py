@@ -32,7 +32,13 @@ from skyrl_engine_megatron.library import (
 )
 from skyrl_engine_megatron.options import MegatronConfig
 from skyrl_engine_megatron.vision import Vision
-from skyrl_engine_megatron.vision_decoder import DeepStackLayer, InterleavedRotary, RoutedDeepStackLayer, VisionDecoder
+from skyrl_engine_megatron.vision_decoder import (
+    DeepStackLayer,
+    InterleavedRotary,
+    RoutedDeepStackLayer,
+    SectionedRotary,
+    VisionDecoder,
+)
 
 _ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "silu": torch.nn.functional.silu,
@@ -79,7 +85,7 @@ def build(architecture: Architecture, config: TransformerConfig, options: Megatr
             if len(frequencies) > 1:
                 decoder.rotary_pos_emb = SeveralRotaryEmbeddings(decoder.rotary_pos_emb, frequencies)
         else:
-            decoder.rotary_pos_emb = InterleavedRotary(frequencies[0])
+            decoder.rotary_pos_emb = (InterleavedRotary if vision.interleaved else SectionedRotary)(frequencies[0])
             decoder.visual = _tower(vision, config) if first else None
         pieces.append(decoder)
     return pieces

@@ -13,10 +13,7 @@ from skyrl_engine_megatron.layers import FamilyLayer
 
 
 class InterleavedRotary(nn.Module):
-    """Rotary angles whose axes alternate: frequency i belongs to axis i modulo 3 (time, height, width), or to time after that axis's section.
-
-    megatron-core's own rotary positions are Qwen2-VL's, whose sections follow one after another.
-    """
+    """Rotary angles whose axes alternate: frequency i belongs to axis i modulo 3 (time, height, width), or to time after its section."""
 
     def __init__(self, inverse_frequencies: Tensor) -> None:
         super().__init__()
@@ -25,12 +22,23 @@ class InterleavedRotary(nn.Module):
 
     def forward(self, position_ids: Tensor, mrope_section: Sequence[int], **_: Any) -> Tensor:
         """Return float32[tokens, 1, 1, head size] for `position_ids` int64[3, 1, tokens] of whole documents, even if ranks share them."""
-        frequencies = position_ids[..., None].float() * self.inv_freq
-        angles_1TF = frequencies[0].clone()
-        for axis in (1, 2):
-            own = slice(axis, 3 * mrope_section[axis], 3)
-            angles_1TF[..., own] = frequencies[axis][..., own]
+        angles_1TF = self.choose_axes(position_ids[..., None].float() * self.inv_freq, mrope_section)
         return torch.cat((angles_1TF, angles_1TF), -1).transpose(0, 1)[:, :, None].contiguous()
+
+    def choose_axes(self, angles_31TF: Tensor, sections: Sequence[int]) -> Tensor:
+        """Return [1, tokens, frequencies], of every frequency the angle of its axis."""
+        angles_1TF = angles_31TF[0].clone()
+        for axis in (1, 2):
+            own = slice(axis, 3 * sections[axis], 3)
+            angles_1TF[..., own] = angles_31TF[axis][..., own]
+        return angles_1TF
+
+
+class SectionedRotary(InterleavedRotary):
+    """Rotary angles whose axes follow one after another: Qwen2.5-VL's (arXiv 2409.12191, section 2.1)."""
+
+    def choose_axes(self, angles_31TF: Tensor, sections: Sequence[int]) -> Tensor:
+        return torch.cat([part[axis] for axis, part in enumerate(angles_31TF.split(list(sections), -1))], -1)
 
 
 class DeepStackLayer(FamilyLayer):
@@ -79,6 +87,6 @@ class VisionDecoder(Decoder):
         pixels = images.pixel_values.to(embeddings_T1H.dtype)
         output = self.visual(pixels, grid_thw=images.grid)
         chosen_M1H = output.pooler_output.index_select(0, images.features)[:, None]
-        levels = [level.index_select(0, images.features) for level in output.deepstack_features]
+        levels = [level.index_select(0, images.features) for level in getattr(output, "deepstack_features", None) or ()]
         embeddings_T1H = embeddings_T1H.index_copy(0, images.places, chosen_M1H)
         return embeddings_T1H, {"context": torch.stack(levels), "context_mask": images.places} if levels else {}
