@@ -262,6 +262,12 @@ def _make_peft_config(spec: ModelConfig, lora: LoraConfig, model: nn.Module, lin
                 f"model.lora.targets names {', '.join(map(repr, unknown))}, which no linear layer of {spec.path}'s decoder is called",
                 remedy=f'Choose among {", ".join(names)}, or write model.lora.targets = "all-linear"',
             )
+    # names that layers of a vision tower have too, as Qwen2.5-VL's
+    elsewhere = [
+        name
+        for name, module in model.named_modules()
+        if name not in linear and _is_linear(module) and any(f".{name}".endswith(f".{target}") for target in targets)
+    ]
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -269,6 +275,7 @@ def _make_peft_config(spec: ModelConfig, lora: LoraConfig, model: nn.Module, lin
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         target_modules=targets,
+        exclude_modules=elsewhere or None,
         fan_in_fan_out=any(not isinstance(module, nn.Linear) for module in linear.values()),
         task_type="CAUSAL_LM",
         base_model_name_or_path=spec.path,

@@ -21,6 +21,7 @@ from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.tiny import IMAGE_TOKEN, VOCABULARY, write_vision_model
 from skyrl_engine.modeling.vision import ImageDecoder, language_part
 from skyrl_engine.proof.plain_model import PlainModel
+from skyrl_engine.testing.adapters import with_adapter, write_adapter
 from skyrl_engine.testing.backends.batches import build_padded, picture_documents
 
 
@@ -52,7 +53,18 @@ def test_it_is_loaded_with_its_tower(directory: Path) -> None:
     assert [name for name, _ in skeleton.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 
-def test_adapters_leave_the_tower_alone(directory: Path) -> None:
+@pytest.mark.parametrize("windows", [False, True])
+def test_adapters_leave_the_tower_alone(directory: Path, tmp_path: Path, windows: bool) -> None:
+    """Layers of a tower with windows have the names of the decoder's; their adapters are read again, by PEFT too."""
+    if windows:
+        directory = tmp_path / "model"
+        write_vision_model(directory, windows=True)
+        write_adapter(str(directory), tmp_path / "adapter")
+        model, _ = load(directory, lora=LoraConfig(path=str(tmp_path / "adapter")))
+        by_peft = PlainModel.load(str(directory), images=True, adapt=lambda plain: with_adapter(plain, str(tmp_path / "adapter")))
+        adapters = {name: parameter for name, parameter in by_peft.parameters.items() if ".lora_" in name}
+        assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == adapters.keys()
+        assert all(torch.equal(dict(model.named_parameters())[name].double(), value) for name, value in adapters.items())
     model, _ = load(directory, lora=LoraConfig())
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 4 * 7

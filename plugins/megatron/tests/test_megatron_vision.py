@@ -345,6 +345,14 @@ def test_exports_of_towers_with_windows_load_in_transformers(tmp_path: Path) -> 
     assert np.abs(whole.logprobs[0] - output.fields["logprobs"][0]).max() > 1e-3
 
 
+def test_windows_of_a_decoder_that_sees_are_refused() -> None:
+    """Published Qwen2.5-VL models have none; those of the tower are its own."""
+    text = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text)
+    with pytest.raises(UnsupportedError, match="has layers that attend in a sliding window"):
+        refuse_model(MegatronConfig(), config, ModelConfig("the model"))
+
+
 def test_other_vision_language_models_are_refused() -> None:
     config = AutoConfig.for_model("qwen2_vl")
     with pytest.raises(UnsupportedError, match=r"is a qwen2_vl model; the megatron backend knows .*, qwen2_5_vl, .*qwen3_vl"):

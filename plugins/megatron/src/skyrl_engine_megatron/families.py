@@ -137,7 +137,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "olmo3": Family(**_BIASES, query_key_norms="whole", norms=_AFTER, windows="layer_types"),
     "phi3": Family(fused_projections=True, fused_gate_up=True, windows="all"),
     "qwen2": Family(query_key_value_bias=True, windows="layer_types", compiles=True),
-    "qwen2_5_vl": Family(query_key_value_bias=True, windows="layer_types", rope_types=_ROPE_TYPES_OF_IMAGES),
+    "qwen2_5_vl": Family(query_key_value_bias=True, rope_types=_ROPE_TYPES_OF_IMAGES),
     "qwen2_moe": Family(
         query_key_value_bias="qkv_bias",
         windows="layer_types",

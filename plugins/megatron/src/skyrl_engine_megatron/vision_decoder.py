@@ -38,7 +38,7 @@ class SectionedRotary(InterleavedRotary):
     """Rotary angles whose axes follow one after another: Qwen2.5-VL's (arXiv 2409.12191, section 2.1)."""
 
     def choose_axes(self, angles_31TF: Tensor, sections: Sequence[int]) -> Tensor:
-        return torch.cat([part[axis] for axis, part in enumerate(angles_31TF.split(list(sections), -1))], -1)
+        return torch.cat([part[axis] for axis, part in enumerate(torch.split(angles_31TF, list(sections), -1))], -1)
 
 
 class DeepStackLayer(FamilyLayer):
