@@ -1,4 +1,4 @@
-"""`skyrl-engine runs list|show|diff|watch|prune`: the runs of a folder, how far they are, and what they take on the disk."""
+"""`skyrl-engine runs list|show|diff|watch|fetch|prune`: the runs of a folder, how far they are, and what they take on the disk."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ _CAUSE = 100
 
 @click.group(cls=EngineGroup)
 def runs() -> None:
-    """List runs, show one, compare some, watch one, free what they take on the disk."""
+    """List runs, show one, compare some, watch one, fetch one from a store, free what they take on the disk."""
 
 
 runs.add_command(watch)
@@ -251,6 +251,29 @@ def diff(runs: tuple[Path, ...], as_json: bool) -> None:
             show_table([table.title, *labels], table.rows)
     if not any(table.rows for table in tables):
         echo("The runs differ in nothing that they record.")
+
+
+# --- fetch -------------------------------------------------------------------------------------------------------------------------
+
+
+@runs.command()
+@click.argument("address", metavar="ADDRESS")
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+def fetch(address: str, run: Path) -> None:
+    """Bring the run whose copies are at ADDRESS of an object store (checkpoint.store) into the new directory RUN."""
+    from skyrl_engine.object_store.place import StorePlace
+    from skyrl_engine.run.directory import open_run_directory
+    from skyrl_engine.run.fetch import fetch_into
+
+    place = StorePlace.of(address)
+    directory = open_run_directory(str(run), name="", resume=False)
+    try:
+        with directory.lock():
+            fetched = fetch_into(place, directory)
+    except BaseException:
+        directory.remove_traces()
+        raise
+    echo(f"run directory: {directory.path} (after step {fetched.step})")
 
 
 # --- prune -------------------------------------------------------------------------------------------------------------------------

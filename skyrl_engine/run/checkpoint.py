@@ -31,7 +31,8 @@ from skyrl_engine.workers.listing import FileFacts, find_files, first_damage, li
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.step-\d{8,}\.(partial|replaced)|\.latest\.partial")
-_LISTING = "files.json"
+LISTING = "files.json"
+"""Name of the list of a checkpoint's files."""
 _VERSION = "version.json"
 BEST_DOCUMENT = "best.json"
 """Document of runs that look for their best checkpoint."""
@@ -64,10 +65,10 @@ class Checkpoint:
         Raises CheckpointError naming the first file that differs, or a version whose checkpoints this engine does not read.
         """
         try:
-            listing = json.loads((self.path / _LISTING).read_text())
-            damage = first_damage(self.path, listing, but=_LISTING)
+            listing = json.loads((self.path / LISTING).read_text())
+            damage = first_damage(self.path, listing, but=LISTING)
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            damage = f"{_LISTING} cannot be read ({error})"
+            damage = f"{LISTING} cannot be read ({error})"
         if damage:
             raise self.damage_error(damage)
         self._refuse_other_engine()
@@ -230,7 +231,7 @@ class CheckpointStore:
             state = {f"state/{name}": facts for name, facts in list_state().items()}
             others = sum_files(begun.path, sorted(name for name in find_files(begun.path) if name not in state))
             listing = dict(sorted({**state, **others}.items()))
-            (begun.path / _LISTING).write_text(json.dumps(listing, indent=2) + "\n")
+            (begun.path / LISTING).write_text(json.dumps(listing, indent=2) + "\n")
             sync_tree(begun.path)
             self._publish(begun.path, checkpoint)
         except Exception as error:

@@ -29,6 +29,7 @@ _OWN_NAMES = frozenset(
         "samples.json",
         "report.html",
         "profile",
+        "store.json",
     }
 )
 
@@ -68,6 +69,11 @@ class RunDirectory:
     def samples(self) -> Path:
         """A few samples of the first mini-batch."""
         return self.path / "samples.json"
+
+    @property
+    def store(self) -> Path:
+        """The place in an object store that holds a copy of the run, and which copy is the last."""
+        return self.path / "store.json"
 
     @property
     def report(self) -> Path:

@@ -7,7 +7,7 @@
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,6 +66,8 @@ class Saving:
     """Writes the checkpoints of one run into its store, and knows the one that is under way."""
 
     store: CheckpointStore
+    before_commit: Callable[[], None] | None = None
+    """Called before a checkpoint becomes whole, and older ones may be deleted."""
     _under_way: _UnderWay | None = None
 
     def begin(
@@ -78,6 +80,7 @@ class Saving:
         began_at = time.perf_counter()
         before = self.look(wait=True)
         if not asynchronous:
+            self._prepare_commit()
             saved = self.store.save(step, source.save, documents, write_model=source.keep_model_files, list_state=source.list_files)
             seconds = time.perf_counter() - began_at
             return (*before, CheckpointSaved(step, saved.path, seconds, seconds))
@@ -99,8 +102,13 @@ class Saving:
             if not wait and not self._is_written(under_way):
                 return ()
             self._under_way = None
+            self._prepare_commit()
             saved = self.store.commit(under_way.begun, under_way.state.result)
         return (CheckpointSaved(saved.step, saved.path, time.perf_counter() - under_way.began_at, under_way.blocked),)
+
+    def _prepare_commit(self) -> None:
+        if self.before_commit is not None:
+            self.before_commit()
 
     def _is_written(self, under_way: _UnderWay) -> bool:
         try:

@@ -39,6 +39,7 @@ from skyrl_engine.run.kept_samples import keep_samples
 from skyrl_engine.run.log import logging_to
 from skyrl_engine.run.manifest import begin_session, end_session, new_manifest, read_manifest, write_manifest
 from skyrl_engine.run.metrics import read_metrics
+from skyrl_engine.run.mirror import Mirror
 from skyrl_engine.run.observer_calls import ObserverBus
 from skyrl_engine.run.report_writer import ReportWriter
 from skyrl_engine.run.resume_checks import (
@@ -78,13 +79,14 @@ class RunSession:
     _key: bytes | None = None
     _manifest: dict[str, Any] | None = None
     step: int = 0
+    mirror: Mirror | None = None
     _saved: int | None = field(default=None, init=False)
     _saving: Saving = field(init=False)
     _fingerprint: dict[str, Any] | None = field(default=None, init=False)
 
     @_saving.default
     def _none_under_way(self) -> Saving:
-        return Saving(self.checkpoints)
+        return Saving(self.checkpoints, None if self.mirror is None else self.mirror.wait)
 
     @property
     def resolved(self) -> ResolvedConfig:
@@ -199,6 +201,8 @@ class RunSession:
         for event in events:
             logger.info("checkpoint %s (%.3g s, of which training waited %.3g s)", event.path, event.seconds, event.blocked_seconds)
             self._bus.checkpoint_saved(event)
+        if events and self.mirror is not None:
+            self.mirror.copy(events[-1].step)
 
     def _last_saved_step(self) -> int | None:
         if self._saved is not None:
@@ -218,6 +222,15 @@ class RunSession:
         self._bus.session_finished(SessionFinished(self.step, error))
         if self._manifest is not None:
             self._report.write_last(wait=error is None and not self.stop)
+        self._finish_copy(error)
+
+    def _finish_copy(self, error: str | None) -> None:
+        """Bring what the end of the session wrote to the store, where it ends well and has a checkpoint."""
+        if self.mirror is None:
+            return
+        if error is None and (latest := self.checkpoints.latest()) is not None:
+            self.mirror.copy(latest.step, with_model=True)
+        self.mirror.wait(last=error is None)
 
 
 @contextmanager
@@ -253,6 +266,7 @@ def open_session(
                     _finish_despite(session, line)
                 raise
             else:
+                began = session.began
                 session._finish(None)  # noqa: SLF001 - this function and the class are two halves of one thing
                 logger.info("the session ended at step %d", session.step)
     except EngineError:
@@ -330,6 +344,9 @@ def _open(
     key = _user_key()
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     store.remove_left_overs()
+    mirror = None
+    if (address := config.checkpoint.store) is not None:
+        mirror = Mirror.open(address, directory, resumes=resumes, asynchronous=config.checkpoint.asynchronous)
     checkpoint = store.latest() if resumes else None
     if checkpoint is not None:
         resolved = with_recorded_choices(resolved, checkpoint.document(CONFIG_DOCUMENT))
@@ -347,7 +364,18 @@ def _open(
     if manifest is None and checkpoint is not None:
         logger.warning("%s is missing or damaged; it is written anew, without the sessions before this one", directory.manifest)
     return RunSession(
-        directory, store, stop, checkpoint, changed, resolved, bus, report, key, manifest, step=checkpoint.step if checkpoint else 0
+        directory,
+        store,
+        stop,
+        checkpoint,
+        changed,
+        resolved,
+        bus,
+        report,
+        key,
+        manifest,
+        checkpoint.step if checkpoint else 0,
+        mirror,
     )
 
 

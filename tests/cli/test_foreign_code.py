@@ -50,8 +50,8 @@ NO_CODE = {
     "reward_model.step_separator",
     # which of the installed plugins are left out, preferred or may differ
     "plugins.block plugins.pin checkpoint.allow_changed",
-    # a folder to write into; devices to compute on
-    "run.directory generator.devices observer.tensorboard.directory",
+    # places to write into; devices to compute on
+    "run.directory checkpoint.store generator.devices observer.tensorboard.directory",
     # names of a place at a tracker
     "observer.wandb.project observer.wandb.entity observer.mlflow.uri observer.mlflow.experiment",
     "observer.trackio.project observer.trackio.space",

@@ -164,6 +164,7 @@ ARGUMENTS: dict[str, list[list[str]]] = {
     "runs show": [["{run}"], ["{run}", "--json"], [WORDS]],
     "runs diff": [["{run}", "{run}"], ["{run}", WORDS, "--json"]],
     "runs watch": [["{run}"], [WORDS], ["{run}", "--metric", WORDS]],
+    "runs fetch": [[WORDS, "out"], [f"memory://{WORDS}", WORDS]],
     "runs prune": [
         ["{run}", "--keep-last", "1", "--yes"],
         ["{run}", "--keep-best", "1", "--metric", WORDS],

@@ -335,7 +335,11 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def _without_contradictions(values: dict[str, Any]) -> dict[str, Any]:
-    """A model whose dropout is off has no adapters with one, adapters freeze all else, and scales of weights in 4 bits are of such weights."""
+    """A model whose dropout is off has no adapters with one, adapters freeze all else, scales of weights in 4 bits are of such weights, and a
+    store has an address.
+    """
+    if values.get("store") is not None:
+        return {**values, "store": "s3://bucket/x"}
     if values.get("double_quantization"):
         return {**values, "load_in_4bit": True}
     lora = values.get("lora")
