@@ -26,5 +26,6 @@ def test_a_row_of_the_page_is_what_is_found() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_the_page_is_what_its_program_makes() -> None:
     assert PAGE.read_text() == make_page()
