@@ -1,6 +1,8 @@
 """The top-level keys of a configuration in their order: `trainer`, the engine's tables, a table per kind of plugin, the trainers' tables."""
 
 from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any, get_args
 
 import attrs
@@ -38,6 +40,13 @@ class Section:
 
 def sections(trainer: Trainer | None = None) -> Mapping[str, Section]:
     """Return every top-level key of a configuration, by name; that of the own table of `trainer` too, where it has one."""
+    own = {} if trainer is None or trainer.options is None else {trainer.name: _own_section(trainer)}
+    return MappingProxyType({**_read_schema(), **own})
+
+
+@cache
+def _read_schema() -> Mapping[str, Section]:
+    """Return every top-level key that is no trainer's own table, by name."""
     by_name: dict[str, Section] = {}
     for attribute in attrs.fields(attrs.resolve_types(EngineConfig)):
         if attribute.name == "trainer_options":
@@ -51,8 +60,6 @@ def sections(trainer: Trainer | None = None) -> Mapping[str, Section]:
             by_name[attribute.name] = Section(attribute.name, schema, attribute.default, kind, listed=True)
         else:
             by_name[attribute.name] = Section(attribute.name, attribute.type, attribute.default)
-    if trainer is not None and trainer.options is not None:
-        by_name[trainer.name] = _own_section(trainer)
     return by_name
 
 
