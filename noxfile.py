@@ -263,6 +263,14 @@ def trackio(session: nox.Session) -> None:
 
 
 @nox.session
+def objectstore(session: nox.Session) -> None:
+    """Runs with copies in a real S3 server (moto's) on this machine, killed while they write, and gone on with in empty folders."""
+    install(session)
+    s3 = beside(session, *BESIDE["object_store"])
+    pytest(session, "tests/training/test_runs_in_stores.py", "-m", "", *session.posargs, PYTHONPATH=s3)
+
+
+@nox.session
 def vllm(session: nox.Session) -> None:
     """The generator `vllm` over one real vLLM server on this machine's CPUs, from .venv-vllm (2.2 GB, 0.5 GB of wheels)."""
     install(session)

@@ -159,7 +159,7 @@ run_sft(resolve(from_dict(tomllib.load(open(sys.argv[1], "rb")), "test")), resum
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not SERVED, reason="NOT TESTED HERE: needs moto[server] and s3fs, which no lock holds")
+@pytest.mark.skipif(not SERVED, reason="NOT TESTED HERE: needs moto's S3 server and s3fs; `nox -s objectstore` has them")
 def test_runs_that_are_killed_amid_an_upload_to_s3_go_on_elsewhere(
     configure: Configure, material: Path, bucket: str, tmp_path: Path
 ) -> None:
