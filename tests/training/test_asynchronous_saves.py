@@ -289,7 +289,8 @@ def test_killed_at_any_moment_a_run_resumes_to_the_same_bytes(
     store = CheckpointStore(tmp_path / "killed" / "checkpoints")
     whole = [saved.step for saved in store.all()]
     assert whole in ([3], [3, 6])
-    assert (store.latest() or store.at(None)).step == whole[-1]
+    # until the pointer names it, a whole checkpoint is not the one to resume from
+    assert store.at(None).step == (3 if moment == "before the pointer" else whole[-1])
     for saved in store.all():
         saved.verify()
     assert run_sft(resolved, resume=True).step == 7
