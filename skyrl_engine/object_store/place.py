@@ -69,6 +69,12 @@ class StorePlace:
         return self.address
 
     @property
+    def protocols(self) -> frozenset[str]:
+        """The names of the file system's protocol, such as `{"file", "local"}`."""
+        names = self.files.protocol
+        return frozenset([names] if isinstance(names, str) else names)
+
+    @property
     def name(self) -> str:
         """The last part of the name."""
         return self.path.rsplit("/", 1)[-1]

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 _LIST: Final = re.compile(r"(\d{8})\.json")
 _OBJECT: Final = re.compile(r"(\d{8})/.+")
 _FORMAT: Final = 1
+_WITH_FOLDERS: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "webdav"})
+"""Protocols of file systems in which a file needs its folder. Others have none, and would make a bucket in its place."""
 
 
 @frozen
@@ -145,8 +147,13 @@ def put_file(place: StorePlace, local: Path, size: int) -> None:
 
 
 def _put(place: StorePlace, put: Any) -> None:
+    def put_into_folder() -> None:
+        if place.protocols & _WITH_FOLDERS:
+            place.files.makedirs(place.path.rpartition("/")[0], exist_ok=True)
+        put()
+
     try:
-        place.call(put, doing="write")
+        place.call(put_into_folder, doing="write")
     except FileNotFoundError as error:
         raise StoreError(
             f"the store cannot write {place}: there is no {error}", remedy="Make the bucket, or correct the address"

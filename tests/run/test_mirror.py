@@ -249,3 +249,15 @@ def test_a_place_that_holds_something_else_is_refused(tmp_path) -> None:
     StorePlace.of(ADDRESS).files.pipe_file("/bucket/mine/notes.txt", b"x")
     with pytest.raises(CheckpointError, match=r"holds files that belong to no run, such as 'notes.txt'"):
         Mirror.open("failing://bucket/mine", run, resumes=False, asynchronous=False)
+
+
+def test_a_folder_of_this_machine_is_a_store_too(tmp_path) -> None:
+    """Such as a mounted one; it need not be there yet."""
+    run, address = begin(tmp_path / "run"), (tmp_path / "mounted" / "runs" / "x").as_uri()
+    mirror = Mirror.open(address, run, resumes=False, asynchronous=False)
+    train(run, 1)
+    mirror.copy(1)
+    back = RunDirectory(tmp_path / "back")
+    back.path.mkdir()
+    fetch_into(StorePlace.of(address), back)
+    assert read(back) == read(run)
