@@ -11,7 +11,7 @@ from attrs import frozen
 from skyrl_engine.config.find_trainer import find_trainer
 from skyrl_engine.config.locking import describe_plugins, locked_place
 from skyrl_engine.config.presets import explain_preset, with_preset
-from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, Origin, format_key, nearest
+from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, Origin, format_key, leaves, nearest
 from skyrl_engine.config.reading.places import absent_places, with_absolute_places
 from skyrl_engine.config.reading.sources import RawConfig, from_dict
 from skyrl_engine.config.schema import EngineConfig, ObserverTable, PluginsConfig, PluginTable, RunConfig
@@ -27,6 +27,7 @@ from skyrl_engine.contracts.kinds.observer import OnError
 from skyrl_engine.contracts.values.roles import Role
 from skyrl_engine.errors import ConfigError, ContractError, PluginError, PluginNotFoundError, Problem, UntrustedCodeError
 from skyrl_engine.near_words import did_you_mean, find_near_word
+from skyrl_engine.object_store.address import PLACE_OF_SECRETS, hide_secrets, is_address
 from skyrl_engine.registry.code_files import NamedCode, limit_code
 from skyrl_engine.registry.kinds import AUTO, KINDS, TABLES
 from skyrl_engine.registry.plugin_lock import LockedPlugin, PluginLock
@@ -215,6 +216,7 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
             observers.append(selected)
         elif selected is not None:
             plugins[format_key(selection.table.path)] = selected
+    problems += _find_secrets(raw)
     problems += _tables_of_no_observer(sections, raw)
     problems += _refuse_equal_names(chosen, raw)
     if problems or plugin_errors:
@@ -346,6 +348,16 @@ def _tables_of_no_observer(sections: Mapping[str, Any], raw: RawConfig) -> Itera
             remedy = did_you_mean(name, run.observers, show=format_value) or f"Add {name!r} to run.observers, or remove this table"
             where = f"{nearest(raw.origins, ('observers', name))}: {format_key(('observers', name))}"
             yield Problem(where, "holds options of an observer that run.observers does not name", remedy)
+
+
+def _find_secrets(raw: RawConfig) -> Iterator[Problem]:
+    """Find addresses with a password or a key in any table: configurations are printed, and runs write them into their files."""
+    for path, value in leaves(raw.table):
+        for text in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(text, str) or not is_address(text) or (shown := hide_secrets(text)) == text:
+                continue
+            where = f"{nearest(raw.origins, path)}: {format_key(path)}"
+            yield Problem(where, f"the address {shown} holds a secret, which a run would write into its files", PLACE_OF_SECRETS)
 
 
 def _registry(plugins: PluginsConfig) -> "Registry":

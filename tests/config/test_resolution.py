@@ -164,6 +164,23 @@ def test_an_option_of_the_plugin_that_the_command_line_replaces_is_told_as_one(
         ]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.train", '"s3://ada:geheim@bucket/x"'),
+        ("data.eval", '["d", "https://host/x.jsonl?X-Amz-Signature=geheim"]'),
+        ("checkpoint.store", '"s3://ada:geheim@bucket/x"'),
+        ("loss.parts", '[{use = "kl", coef = 1, where = "https://host/x?token=geheim"}]'),
+    ],
+)
+def test_an_address_with_a_secret_is_refused_wherever_it_stands_and_the_secret_is_not_said(key: str, value: str) -> None:
+    """Before a command prints the configuration, which may be kept."""
+    with pytest.raises(ConfigError, match=r"holds a secret, which a run would write") as caught:
+        resolve_overrides(f"{key}={value}")
+    assert f"{key}" in str(caught.value)
+    assert "geheim" not in str(caught.value)
+
+
 def test_a_plugin_without_options_takes_none(install: Callable[..., None]) -> None:
     install("acme-parts", "2.0.0", ACME)
     with pytest.raises(ConfigError) as caught:

@@ -6,7 +6,7 @@ from attrs import field, frozen
 from attrs.validators import ge, optional
 
 from skyrl_engine.config.wording import RefusedError
-from skyrl_engine.object_store.address import PLACE_OF_SECRETS, hide_secrets, is_address
+from skyrl_engine.object_store.address import is_address
 
 if TYPE_CHECKING:
     from attrs import Attribute
@@ -18,8 +18,6 @@ def _require_address(_instance: object, attribute: "Attribute[Any]", value: str)
             f"{attribute.name} is {value!r}, and no address of an object store",
             "Begin it with a protocol, such as s3:// or file://",
         )
-    if hide_secrets(value) != value:
-        raise RefusedError(f"{attribute.name} holds a secret, which the run would write into its files", PLACE_OF_SECRETS)
 
 
 @frozen
