@@ -267,7 +267,7 @@ def objectstore(session: nox.Session) -> None:
     """Runs with copies in a real S3 server (moto's) on this machine, killed while they write, and gone on with in empty folders."""
     install(session)
     s3 = beside(session, *BESIDE["object_store"])
-    pytest(session, "tests/training/test_runs_in_stores.py", "-m", "", *session.posargs, PYTHONPATH=s3)
+    pytest(session, "tests/training/test_runs_in_stores.py", "-m", "", "--timeout", "1800", *session.posargs, PYTHONPATH=s3)
 
 
 @nox.session
